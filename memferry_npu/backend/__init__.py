@@ -1,0 +1,1 @@
+"""Devices behind one protocol (`base`), and the host operations behind one C ABI (`hostops`)."""

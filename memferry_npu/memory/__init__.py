@@ -1,0 +1,1 @@
+"""Slabs, slots and shadow parameters: where every byte of the model's state lies."""

@@ -1,0 +1,1 @@
+"""The exact, offloaded AdamW and its serial reference."""

@@ -1,0 +1,1 @@
+"""Hooks that replay a plan around the user's model."""

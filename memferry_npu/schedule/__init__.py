@@ -1,0 +1,1 @@
+"""Plans: what to place, move and compute where. Pure values and functions; no device is touched."""

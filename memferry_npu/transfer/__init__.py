@@ -1,0 +1,1 @@
+"""Moving bytes between host and device memory, behind `Ticket`."""
