@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0 done, 1 the run's own check failed, 2 a user's mistake."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["probe"]:
-        # Its options belong to topology.probe, which prints its own help.
+        # Its options belong to topology.probe.cli, which prints its own help.
         return _probe(words[1:])
     args = _parser().parse_args(words)
     if args.command == "env":
@@ -73,9 +73,9 @@ def _train(args: argparse.Namespace) -> int:
 
 def _probe(words: list[str]) -> int:
     try:
-        probe = importlib.import_module("topology.probe")
+        probe = importlib.import_module("topology.probe.cli")
     except ModuleNotFoundError as error:
-        if error.name not in ("topology", "topology.probe"):
+        if error.name not in ("topology", "topology.probe", "topology.probe.cli"):
             raise
         return _mistake("memferry probe: this build has no topology.probe")
     return int(probe.main(words) or 0)

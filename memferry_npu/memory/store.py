@@ -169,7 +169,7 @@ class Store:
             elif spec.placement == "stream":
                 assert spec.slot is not None
                 bind_slot(backend, unit, self.slots[spec.slot])
-        self._fill()
+        self._fill([slabs[name] for name in ("working", "master", "moments")])
 
     def _host(self, nbytes: int, label: str) -> HostBuffer:
         buffer = self.backend.host_buffer(nbytes, label)
@@ -285,10 +285,12 @@ class Store:
 
     # Weights in and out ---------------------------------------------------------------
 
-    def _fill(self) -> None:
+    def _fill(self, state_slabs: list[_Slab]) -> None:
         """Move the model's weights into the slabs and let the parameters show them."""
+        # Whole slabs, gaps between parameters too: copies of a storage (deepcopy, torch.save) read them.
+        spans = [Span(slab.buffer, 0, slab.buffer.nbytes) for slab in state_slabs]
+        self.backend.host_access("fill", writes=spans)
         for unit in self.units:
-            self.backend.host_access("fill", writes=(unit.working, *(s for p in unit.params for s in p.state_spans)))
             for shadow in unit.params:
                 with self.backend.internal():
                     self.seed(shadow, memory_order(shadow.param.detach(), shadow.shape))

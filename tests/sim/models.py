@@ -108,7 +108,8 @@ def assert_same_bits(name: str, got: Any, expected: Any) -> None:
     if different.size:
         i = int(different[0])
         left = got.detach().contiguous().view(-1)[i] if isinstance(got, torch.Tensor) else np.ravel(got)[i]
-        right = expected.detach().contiguous().view(-1)[i] if isinstance(expected, torch.Tensor) else np.ravel(expected)[i]
+        theirs = expected.detach().contiguous().view(-1) if isinstance(expected, torch.Tensor) else np.ravel(expected)
+        right = theirs[i]
         raise AssertionError(
             f"{name}[{i}]: {left} ({a[i]:#x}) against {right} ({b[i]:#x}); {different.size} of {a.size} differ"
         )
@@ -164,6 +165,30 @@ def offloaded(
         backend.close()
 
 
+Run = tuple[nn.Module, SerialAdamW, list[float]]
+
+
+def run_reference(
+    model: nn.Module,
+    policy: OffloadPolicy,
+    steps: int = 20,
+    *,
+    loss: Loss = tower_loss,
+    between: Callable[[nn.Module, Any, int], None] | None = None,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+) -> Run:
+    """Train a copy of `model` plainly; returns it with its optimizer and losses."""
+    plain = copy.deepcopy(model)
+    reference = SerialAdamW(
+        optimizer(plain),
+        max_grad_norm=policy.max_grad_norm,
+        accumulation_steps=policy.accumulation_steps,
+        compute_dtype=None if policy.compute_dtype is None else getattr(torch, policy.compute_dtype),
+    )
+    losses = train(plain, reference, steps, accumulation=policy.accumulation_steps, loss=loss, between=between)
+    return plain, reference, losses
+
+
 def compare(
     model: nn.Module,
     policy: OffloadPolicy,
@@ -172,20 +197,21 @@ def compare(
     loss: Loss = tower_loss,
     between: Callable[[nn.Module, Any, int], None] | None = None,
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+    run: Run | None = None,
 ) -> None:
-    """Train `model` offloaded and a copy of it plainly; everything must be bitwise equal."""
-    plain = copy.deepcopy(model)
-    reference = SerialAdamW(
-        optimizer(plain),
-        max_grad_norm=policy.max_grad_norm,
-        accumulation_steps=policy.accumulation_steps,
-        compute_dtype=None if policy.compute_dtype is None else getattr(torch, policy.compute_dtype),
-    )
+    """Train `model` offloaded and a copy of it plainly; everything must be bitwise equal.
+
+    `run` is what `run_reference` gave for the same model, loss and policy arithmetic.
+    """
     # One after the other: side by side they would hide races by keeping each other slow.
-    expected = train(plain, reference, steps, accumulation=policy.accumulation_steps, loss=loss, between=between)
+    plain, reference, expected = run or run_reference(
+        model, policy, steps, loss=loss, between=between, optimizer=optimizer
+    )
     with offloaded(model, policy, optimizer=optimizer(model)) as (wrapped, _):
         got = train(model, wrapped, steps, accumulation=policy.accumulation_steps, loss=loss, between=between)
         assert_equal_training(model, wrapped, plain, reference)
-    assert got == expected, f"losses differ first at {next(i for i, (a, b) in enumerate(zip(got, expected)) if a != b)}"
+    assert got == expected, (
+        f"losses differ first at {next(i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a != b)}"
+    )
     for (name, ours), (_, theirs) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
         assert_same_bits(f"{name} after close()", ours, theirs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 import itertools
 
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from memferry_npu.api import OffloadPolicy
 from memferry_npu.schedule.plan import GradientPath, Placement
 
-from .models import Tower, compare
+from .models import Run, Tower, assert_same_bits, compare, run_reference
 
 CLIPS = {"off": None, "on": 1e6, "firing": 0.05}
 MATRIX = list(itertools.product(Placement, GradientPath, (1, 4), CLIPS, ("fp32", "bf16"), (False, True)))
@@ -23,6 +23,13 @@ def model(dtype: str, **options: object) -> Tower:
     torch.manual_seed(7)
     tower = Tower(**options)  # type: ignore[arg-type]
     return tower.to(torch.bfloat16) if dtype == "bf16" else tower
+
+
+@functools.cache
+def reference(accumulation: int, clip: str, dtype: str) -> Run:
+    """Placement, gradient path and split master do not exist for the reference."""
+    policy = OffloadPolicy(accumulation_steps=accumulation, max_grad_norm=CLIPS[clip])
+    return run_reference(model(dtype, blocks=3), policy, steps=20)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +47,7 @@ def test_every_combination(
         max_grad_norm=CLIPS[clip],
         split_master=split,
     )
-    compare(model(dtype, blocks=3), policy, steps=20)
+    compare(model(dtype, blocks=3), policy, steps=20, run=reference(accumulation, clip, dtype))
 
 
 _UNITS = ["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "norm", "head"]
@@ -87,8 +94,5 @@ def test_the_comparison_can_fail() -> None:
     first, second = model("fp32"), model("fp32")
     with torch.no_grad():
         second.blocks[1].up.weight[3, 5] = torch.nextafter(second.blocks[1].up.weight[3, 5], torch.tensor(9.0))
-    from .models import assert_same_bits
-
     with pytest.raises(AssertionError, match=r"1 of 512 differ"):
         assert_same_bits("w", first.blocks[1].up.weight, second.blocks[1].up.weight)
-    assert copy.deepcopy(first) is not first

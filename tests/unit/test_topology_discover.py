@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from topology import Distance, LinkKind, Node, Source, TopologyError, parse_node, texts
-from topology.discover import assemble, discover, read_hosts, run_tool
+from topology.assemble import assemble
+from topology.discover import discover, read_hosts, run_tool
 from topology.model import DeviceKind
 
 FIXTURES = Path(__file__).parent / "fixtures" / "topology"
@@ -291,6 +292,17 @@ class TestDiscover:
         assert node.links[0].detail == "gen5 x8" and node.transfer("h2d", 0).rate_cap_gbps == 27.5
         assert any("current_link_width is 8 by sysfs and 16" in note for note in node.notes)
         assert any("NUMA node 7 is not one of the host's" in note for note in node.notes)
+
+    def test_the_process_sees_some_devices_in_its_own_order(self, tmp_path):
+        host_files(tmp_path, {0: ("0-31", 256 << 20)})
+        run = tools(nvidia_topo=fixture("nvidia-topo-2"), nvidia_query=fixture("nvidia-query-2"))
+        one = discover(run=run, root=tmp_path, visible=["0000:00:07.0"])
+        assert [(device.id, device.pci_id) for device in one.devices] == [(0, "0000:00:07.0")]
+        assert [link.kind for link in one.links] == [LinkKind.PCIE]
+        both = discover(run=run, root=tmp_path, visible=["0000:00:07.0", "0000:00:06.0"])
+        assert both.devices[0].pci_id == "0000:00:07.0" and both.paths(0, 1)
+        other = discover(run=run, root=tmp_path, visible=["0000:99:00.0"])
+        assert len(other.devices) == 2 and any("do not list" in note for note in other.notes)
 
     def test_no_tools_and_no_files_give_a_host(self, tmp_path):
         node = discover(run=tools(), root=tmp_path)

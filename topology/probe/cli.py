@@ -65,8 +65,10 @@ def measure(
     progress: Progress = lambda text: None,
 ) -> Node:
     """Measure everything; the base node with measured numbers and the probe block."""
-    found = Suite(base, meter, sizes=sizes, quick=quick, progress=progress).run()
+    suite = Suite(base, meter, sizes=sizes, quick=quick, progress=progress)
+    found = suite.run()
     node, limits = fit(base, found, simulated=meter.simulated)
+    suite.run_loads(node)
     records = list(found.records)
     for limit in limits:
         devices = " ".join(f"dev{i}" for i in limit.devices) or "host threads"

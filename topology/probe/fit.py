@@ -95,7 +95,7 @@ def _limits(
                 if keys[name] == min(keys.values()):
                     carried = {i for other in observation.jobs for i in other.devices if _carries(base, other, name)}
                     found[name] = Limit(constraint=name, gbps=seen[name], devices=tuple(sorted(carried)))
-    return tuple(found[name] for name in sorted(found)), seen
+    return tuple(found[name] for name in base.capacities() if name in found), seen
 
 
 def _unhindered(job: Job, alone: Mapping[Job, float]) -> float:

@@ -45,6 +45,9 @@ def table(rows: Sequence[tuple[str, Sequence[str]]], columns: Sequence[str]) -> 
     width = max([7, *map(len, data), *map(len, columns)]) + 1
     lines = [" " * first + "".join(f"{column:>{width}}" for column in columns)]
     for label, cells in rows:
+        if len(cells) == 1 and cells[0].startswith("n/a ("):
+            lines.append(f"{label:<{first}}  {cells[0]}")
+            continue
         text = "".join(f"{cell:>{width}}" for cell in cells[: len(columns)]) + "  ".join(["", *cells[len(columns) :]])
         lines.append(f"{label:<{first}}{text}".rstrip())
     return lines
@@ -203,7 +206,7 @@ class _Report:
                 (name, [row.get(way, "") for way in ("ab", "ba", "both")] + [f" {row['by']}"])
                 for name, row in rows.items()
             ]
-            columns = ("from host", "to host", "both")
+            columns = ("a to b", "b to a", "both")
             self._table("# Shared limits that were reached, GB/s, and by whom", shown, columns)
 
     # --- helpers --------------------------------------------------------------------------------------------------

@@ -54,7 +54,9 @@ class SimMeter:
 
     def load_gbps(self, device: int, nbytes: int, parts: Sequence[tuple[Path, float]]) -> float:
         tasks = []
-        for i, (path, part) in enumerate(parts):
+        for i, (known, part) in enumerate(parts):
+            # The caller's path carries the caller's idea of its rates; the simulated node has its own.
+            path = next(p for p in self._node.paths(known.src, known.dst) if p.relays == known.relays)
             route = Route(uses=path.uses, rate_cap_gbps=path.rate_cap_gbps, latency_s=path.latency_s)
             tasks.append(route.task(i, part * nbytes))
         return nbytes / max(span.end_s for span in run(tasks, self._capacities).values()) / 1e9

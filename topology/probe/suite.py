@@ -107,16 +107,27 @@ class Suite:
         self._ids = [device.id for device in node.devices]
 
     def run(self) -> Findings:
-        """All measurements, in the order of the report."""
+        """Everything but split loads."""
         for kind in ("h2d", "d2h"):
             self._host_links(kind)
         self._both_ways()
         self._far_memory()
         self._peers()
         self._host_memory()
-        self._multi_path()
         self._latencies()
         return self.found
+
+    def run_loads(self, fitted: Node) -> None:
+        """Loads to the first device over more and more paths, split by what `fitted` says the paths give."""
+        if not self._ids:
+            return
+        device = self._ids[0]
+        for parts in self._splits(fitted, device):
+            name = " + ".join(f"{path.name} {part:.0%}" for path, part in parts)
+            for nbytes in self.sizes:
+                self.progress(f"load of {nbytes // MIB} MiB, {name}")
+                at: Table = (("dst", device), ("paths", name), ("added", parts[-1][0].name), ("bytes", nbytes))
+                self._record("load", at, self.meter.load_gbps(device, nbytes, parts))
 
     # --- tests ----------------------------------------------------------------------------------------------------
 
@@ -147,7 +158,7 @@ class Suite:
 
     def _far_memory(self) -> None:
         """Copies from memory of other NUMA nodes, alone and for all devices of a NUMA node at once."""
-        if self.quick or len(self.node.hosts) < 2:
+        if (self.quick and not self.meter.simulated) or len(self.node.hosts) < 2:
             return
         homes = {i: self.node.home(i).id for i in self._ids}
         for host in self.node.hosts:
@@ -209,21 +220,9 @@ class Suite:
                 at = (("host", host.id), ("what", name), ("threads", host.cores), ("with", "+".join(kinds)))
                 self._cell("dram", jobs, at)
 
-    def _multi_path(self) -> None:
-        if not self._ids:
-            return
-        device = self._ids[0]
-        host = self.node.home(device).id
-        for parts in self._splits(host, device):
-            name = " + ".join(f"{path.name} {part:.0%}" for path, part in parts)
-            for nbytes in self.sizes:
-                self.progress(f"load of {nbytes // MIB} MiB, {name}")
-                at: Table = (("dst", device), ("paths", name), ("added", parts[-1][0].name), ("bytes", nbytes))
-                self._record("load", at, self.meter.load_gbps(device, nbytes, parts))
-
-    def _splits(self, host: str, device: int) -> Iterator[list[tuple[Path, float]]]:
+    def _splits(self, node: Node, device: int) -> Iterator[list[tuple[Path, float]]]:
         """Direct, then with more and more relays, each the one that adds most, until none adds 2 %."""
-        flow = self.node.max_flow(host, device)
+        flow = node.max_flow(node.home(device).id, device)
         paths = [path for path, _ in sorted(flow.rates, key=lambda item: (bool(item[0].relays), -item[1]))]
         best = 0.0
         for count in range(1, min(len(paths), 5) + 1):
@@ -231,7 +230,7 @@ class Suite:
             flows: dict[TaskId, Flow] = {
                 i: Flow(uses=path.uses, rate_cap_gbps=path.rate_cap_gbps) for i, path in enumerate(chosen)
             }
-            rates = max_min_rates(flows, self.node.capacities())
+            rates = max_min_rates(flows, node.capacities())
             total = sum(rates.values())
             if total < 1.02 * best:
                 return
