@@ -27,6 +27,7 @@ from .executor import Executor
 from .gradients import GradientFlow
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_EDGE = "_memferry_edge"
 
 
 class _Call:
@@ -39,6 +40,20 @@ class _Call:
         self.inputs_due = 0
         self.inputs_left = 0
         self.active = False
+
+
+class _Edge:
+    """A unit's output tensor: the call that made it, and calls that took it as input.
+
+    One hook serves both, because the order matters: the consumer lets its slot go before the
+    producer, which may share it, asks for its own.
+    """
+
+    __slots__ = ("consumers", "producer")
+
+    def __init__(self, producer: _Call) -> None:
+        self.producer = producer
+        self.consumers: list[_Call] = []
 
 
 class Hooks:
@@ -109,7 +124,11 @@ class Hooks:
             for tensor in _tensors(inputs, unit, strict=False):
                 if tensor.requires_grad and not tensor.is_leaf:
                     call.inputs_due += 1
-                    tensor.register_hook(lambda _, call=call: self._input_done(call))
+                    edge = getattr(tensor, _EDGE, None)
+                    if edge is not None:
+                        edge.consumers.append(call)
+                    else:
+                        tensor.register_hook(lambda _, call=call: self._input_done(call))
 
     def _forward_ends(self, unit: Unit, output: Any) -> None:
         if not self._stack or self._stack[-1].unit is not unit:
@@ -119,7 +138,9 @@ class Hooks:
         if torch.is_grad_enabled():
             for tensor in _tensors(output, unit, strict=unit.slot is not None):
                 if tensor.requires_grad:
-                    tensor.register_hook(lambda _, call=call: self._backward_begins(call))
+                    edge = _Edge(call)
+                    setattr(tensor, _EDGE, edge)
+                    tensor.register_hook(lambda _, edge=edge: self._edge_reached(edge))
 
     def _refuse_autocast(self, unit: Unit) -> None:
         if unit.slot is None or not torch.is_autocast_enabled(self._device_type):
@@ -150,6 +171,11 @@ class Hooks:
             self._executor.in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._backward_ends(run))
         return calls
+
+    def _edge_reached(self, edge: _Edge) -> None:
+        for consumer in edge.consumers:
+            self._input_done(consumer)
+        self._backward_begins(edge.producer)
 
     def _backward_begins(self, call: _Call) -> None:
         calls = self._backward_runs()

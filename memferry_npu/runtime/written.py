@@ -42,7 +42,8 @@ def import_written(backend: Backend, store_: Store, *, warn: bool = True) -> lis
         shadow.mark_seen()
     if warn:
         names = ", ".join(s.name for _, s in found[:3]) + (" and others" if len(found) > 3 else "")
-        warnings.warn(f"{names}: written in place since the last step; the master follows", RuntimeWarning, stacklevel=4)
+        message = f"{names}: written in place since the last step; the master follows"
+        warnings.warn(message, RuntimeWarning, stacklevel=4)
     return touched
 
 
@@ -55,10 +56,12 @@ class LoadedWeights:
     def __init__(self, backend: Backend, store_: Store) -> None:
         self._backend, self._store = backend, store_
         self._masters: dict[ShadowParam, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._same: list[ShadowParam] = []
 
     def before(self, state_dict: dict[str, torch.Tensor], prefix: str) -> None:
         """Remember master and working weights of the parameters that `state_dict` names."""
         self._masters.clear()
+        self._same.clear()
         for shadow in self._store.shadows.values():
             if shadow.master is None and shadow.low is None:
                 continue
@@ -71,11 +74,15 @@ class LoadedWeights:
                 if tuple(loaded.shape) != shadow.shape.size:
                     continue
                 new = memory_order(loaded.detach().to(shadow.shape.dtype), shadow.shape)
-                if not torch.equal(new.view(torch.int16), shadow.working_cpu.view(torch.int16)):
+                if torch.equal(new.view(torch.int16), shadow.working_cpu.view(torch.int16)):
+                    self._same.append(shadow)
+                else:
                     self._masters[shadow] = (self._store.master_values(shadow).clone(), shadow.working_cpu.clone())
 
     def after(self) -> None:
         """Masters: as before where the working weight is as before, else the loaded weight."""
+        for shadow in self._same:
+            shadow.mark_seen()
         import_written(self._backend, self._store, warn=False)
         for shadow, (master, old) in self._masters.items():
             self._backend.host_access(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import json
 import os
@@ -16,8 +17,8 @@ import pytest
 import torch
 
 import topology
-from topology import Device, Quantity, Rates, Source, TopologyError, load_node
-from topology.probe import SimMeter, cli, cuda, diff, main, measure, render
+from topology import Device, Method, Quantity, Rates, Source, TopologyError, load_node
+from topology.probe import SimMeter, cli, cuda, diff, main, measure, render, system
 from topology.probe.suite import MIB, Job
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -355,7 +356,7 @@ def fake(monkeypatch):
     """A CUDA meter of two fake devices with small buffers."""
     base = load_node("sim-2")
     base = dataclasses.replace(base, hosts=(dataclasses.replace(base.hosts[0], memory_bytes=64 * MIB, cores=2),))
-    monkeypatch.setattr(cuda, "_runtime_memcpy", lambda: None)
+    monkeypatch.setattr(cuda, "runtime_memcpy", lambda: None)
     meter = cuda.CudaMeter(base, fake_torch(), quick=True)
     meter._bytes, meter._copies = MIB, 2
     return base, meter
@@ -366,7 +367,7 @@ class TestCudaMeter:
 
     def test_a_whole_run(self, fake, monkeypatch, capsys):
         monkeypatch.setattr(cuda, "unavailable", lambda: None)
-        monkeypatch.setattr(cuda, "open_meter", lambda base, quick: fake)
+        monkeypatch.setattr(cuda, "open_meter", lambda base, quick, kernel: fake)
         assert main(["--quick", "--sizes", "1M,8M"]) == 0
         out = capsys.readouterr().out
         assert "torch 2.11.0  cuda 13.0" in out and "SIMULATED" not in out and out.endswith("# Result OK\n")
@@ -379,6 +380,17 @@ class TestCudaMeter:
         assert not node.simulated and node.links[0].copy.ab.source is Source.MEASURED
         assert node.links[0].kernel.ab.source is Source.ESTIMATE
 
+    def test_a_copy_kernel_fills_the_rows_of_direct_host_access(self, fake):
+        base, meter = fake
+        meter._kernel = lambda device, dst, src, nbytes, stream: ctypes.memmove(dst, src, nbytes)
+        node = measure(base, meter, sizes=(MIB,), quick=True)
+        assert node.links[0].kernel.ab.source is node.links[0].kernel.both.source is Source.MEASURED
+        assert meter.failures() == ()
+        meter._checked.clear()
+        meter._kernel = lambda device, dst, src, nbytes, stream: ctypes.memmove(dst, src, nbytes - 1)
+        meter.rates([Job(kind="mix", device=1, method=Method.KERNEL, write=1.0)])
+        assert meter.failures() == ("mix of device 1: data differ",)
+
     def test_wrong_data_fails_the_probe(self, fake, monkeypatch, capsys):
         base, meter = fake
         good = meter._copy
@@ -389,7 +401,7 @@ class TestCudaMeter:
 
         monkeypatch.setattr(meter, "_copy", copy)
         monkeypatch.setattr(cuda, "unavailable", lambda: None)
-        monkeypatch.setattr(cuda, "open_meter", lambda base, quick: (fake[0], meter))
+        monkeypatch.setattr(cuda, "open_meter", lambda base, quick, kernel: (fake[0], meter))
         assert main(["--quick", "--sizes", "1M"]) == 1
         out = capsys.readouterr().out
         assert "# FAILED: h2d of device 0: data differ" in out and "# FAILED: load of 1048576 bytes" in out
@@ -412,6 +424,15 @@ class TestCudaMeter:
         monkeypatch.setattr(cuda, "discover", lambda visible: load_node("gh200"))
         node, _ = cuda.open_meter(None, quick=True)
         assert len(node.devices) == 2 and any("links are not known" in note for note in node.notes)
+
+    def test_memory_is_touched_near_its_processors(self):
+        mine = os.sched_getaffinity(0)
+        host = dataclasses.replace(load_node("sim-2").hosts[0], cpus=str(min(mine)))
+        with system.bound(host):
+            assert os.sched_getaffinity(0) == {min(mine)}
+        assert os.sched_getaffinity(0) == mine
+        with system.bound(dataclasses.replace(host, cpus="99999")):
+            assert os.sched_getaffinity(0) == mine
 
     def test_no_peer_access(self, fake):
         base, meter = fake

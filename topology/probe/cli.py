@@ -24,6 +24,8 @@ from pathlib import Path
 from ..codec import Table, TopologyError
 from ..load import list_presets, load_node, save_node
 from ..model import Node, ProbeResult, Record
+from . import cuda
+from .cuda import Kernel
 from .diff import diff
 from .fit import fit
 from .report import render
@@ -35,14 +37,17 @@ SIZES = tuple(n * MIB for n in (1, 4, 16, 64, 256, 1024))
 QUICK_SIZES = tuple(n * MIB for n in (1, 16, 64, 1024))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status and never raises for a user's mistake."""
+def main(argv: Sequence[str] | None = None, *, kernel: Kernel | None = None) -> int:
+    """Run the command; returns its exit status and never raises for a user's mistake.
+
+    `kernel` copies by a kernel on a CUDA device (see `cuda.Kernel`), for the rows of direct host access.
+    """
     try:
         args = _parser().parse_args(argv)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 2
     try:
-        return _run(args)
+        return _run(args, kernel)
     except TopologyError as error:
         print(f"memferry probe: error: {error}", file=sys.stderr)
         return 2
@@ -113,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace, kernel: Kernel | None) -> int:
     if args.list_presets:
         width = max(map(len, list_presets()))
         for name in list_presets():
@@ -128,7 +133,7 @@ def _run(args: argparse.Namespace) -> int:
         raise TopologyError("a node file ends in .json, .yaml or .yml", origin=args.json)
     if args.json and not Path(args.json).absolute().parent.is_dir():
         raise TopologyError("its folder does not exist", origin=args.json)
-    base, meter = _meter(args.backend, args.node, quick=args.quick)
+    base, meter = _meter(args.backend, args.node, quick=args.quick, kernel=kernel)
     if not base.devices and not meter.simulated:
         raise TopologyError("no accelerator to measure")
     progress = _Progress()
@@ -143,19 +148,17 @@ def _run(args: argparse.Namespace) -> int:
     return 1 if meter.failures() else 0
 
 
-def _meter(backend: str, name: str | None, *, quick: bool) -> tuple[Node, Meter]:
+def _meter(backend: str, name: str | None, *, quick: bool, kernel: Kernel | None) -> tuple[Node, Meter]:
     if backend == "npu":
         raise TopologyError(
             "--backend npu: measuring Ascend devices is not built yet; "
             "--backend sim --node atlas-800t-a2 simulates a server from published figures"
         )
     if backend in ("auto", "cuda") and (backend == "cuda" or importlib.util.find_spec("torch") is not None):
-        from . import cuda
-
         reason = cuda.unavailable()
         if reason is None:
             base = load_node(name) if name else None
-            return cuda.open_meter(base, quick=quick)
+            return cuda.open_meter(base, quick=quick, kernel=kernel)
         if backend == "cuda":
             raise TopologyError(f"--backend cuda: {reason}")
     base = load_node(name or "sim-2")

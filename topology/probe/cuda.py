@@ -2,15 +2,12 @@
 
 Owns buffers, timing and verification on CUDA. The only file of this package that imports torch, inside functions.
 Copies go straight to `cudaMemcpyAsync` of the runtime that torch has loaded: `Tensor.copy_` between devices puts a
-barrier on both streams, which hides what multi-path gives. Kernels on mapped memory need cuda_ops and are waived here.
+barrier on both streams, which hides what multi-path gives. Kernels on mapped memory need a copy kernel, which the
+caller may give (this package may not import cuda_ops); without one they are waived.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +19,12 @@ from ..codec import Table, TopologyError
 from ..discover import discover
 from ..model import DeviceKind, HostMemory, Link, LinkKind, Method, Node, Quantity, Rates, Resource, Source
 from ..routes import Path
-from ..texts import DeviceFacts, Facts, parse_cpu_list
+from ..texts import DeviceFacts, Facts
 from .suite import MIB, Job
+from .system import bound, runtime_memcpy, timed
+
+Kernel = Callable[[int, int, int, int, int], None]
+"""(device, destination, source, bytes, stream): enqueue a kernel that copies between addresses the device can reach."""
 
 _SLOTS = 4
 """Staging buffers of a relay."""
@@ -41,7 +42,7 @@ def unavailable() -> str | None:
     return None
 
 
-def open_meter(base: Node | None, *, quick: bool) -> tuple[Node, CudaMeter]:
+def open_meter(base: Node | None, *, quick: bool, kernel: Kernel | None = None) -> tuple[Node, CudaMeter]:
     """The node to measure (given, or discovered and completed by what torch knows) and its meter."""
     import torch
 
@@ -71,7 +72,7 @@ def open_meter(base: Node | None, *, quick: bool) -> tuple[Node, CudaMeter]:
             )
         )
     node = replace(base, devices=tuple(devices))
-    return (ready := _with_peer_links(node, torch)), CudaMeter(ready, torch, quick=quick)
+    return (ready := _with_peer_links(node, torch)), CudaMeter(ready, torch, quick=quick, kernel=kernel)
 
 
 def _pci_ids(properties: Sequence[Any]) -> list[str] | None:
@@ -104,8 +105,8 @@ class CudaMeter:
     name = "cuda"
     simulated = False
 
-    def __init__(self, node: Node, torch: Any, *, quick: bool) -> None:
-        self._node, self._torch = node, torch
+    def __init__(self, node: Node, torch: Any, *, quick: bool, kernel: Kernel | None = None) -> None:
+        self._node, self._torch, self._kernel = node, torch, kernel
         self._bytes = (256 if quick else 512) * MIB
         self._copies = 4 if quick else 16
         self._samples = 3
@@ -116,7 +117,7 @@ class CudaMeter:
             for j in range(len(node.devices)):
                 # torch enables peer access at the first copy between two devices, one way.
                 torch.zeros(1, device=f"cuda:{i}").to(f"cuda:{j}")
-        self._memcpy = _runtime_memcpy()
+        self._memcpy = runtime_memcpy()
         how = "cudaMemcpyAsync" if self._memcpy else "Tensor.copy_ (the CUDA runtime was not found)"
         self.method = (
             f"{self._bytes // MIB} MiB pinned, median of {self._samples} x {self._copies}, first copy of each kind "
@@ -127,7 +128,7 @@ class CudaMeter:
         return (("backend", "cuda"), ("torch", self._torch.__version__), ("cuda", str(self._torch.version.cuda)))
 
     def why_not(self, job: Job) -> str | None:
-        if job.method is Method.KERNEL:
+        if job.method is Method.KERNEL and self._kernel is None:
             return "needs cuda_ops"
         if job.kind == "p2p" and not self._torch.cuda.can_device_access_peer(job.device, job.peer):
             return "no peer access"
@@ -196,7 +197,10 @@ class CudaMeter:
                 events[k][0].record(stream)
                 for half in range(halves):
                     for _ in range(self._copies):
-                        self._copy(dst, src, self._bytes, stream)
+                        if job.method is Method.KERNEL and self._kernel is not None:
+                            self._kernel(job.device, dst.data_ptr(), src.data_ptr(), self._bytes, stream.cuda_stream)
+                        else:
+                            self._copy(dst, src, self._bytes, stream)
                     if half == 0:
                         events[k][1].record(stream)
         rates = [0.0] * len(jobs)
@@ -206,7 +210,8 @@ class CudaMeter:
                 rates[k] = self._host(job, while_busy=lambda: not all(end.query() for _, end in events.values()))
         self._sync()
         for k, (start, end) in events.items():
-            rates[k] = self._copies * self._bytes / (start.elapsed_time(end) * 1e-3) / 1e9
+            moved = self._copies * self._bytes * (2 if jobs[k].kind == "mix" else 1)
+            rates[k] = moved / (start.elapsed_time(end) * 1e-3) / 1e9
         return rates
 
     def _copy(self, dst: Any, src: Any, nbytes: int, stream: Any, dst_at: int = 0, src_at: int = 0) -> None:
@@ -267,7 +272,7 @@ class CudaMeter:
         host, size = self._node.home(job.device), min(64 * MIB, self._bytes)
         key = ("pageable", job.device)
         if key not in self._buffers:
-            with _bound(host):
+            with bound(host):
                 self._buffers[key] = self._torch.ones(size, dtype=self._torch.uint8)
         buffer, local = self._buffers[key], self._local("up", job.device, self._bytes)[:size]
         times = []
@@ -288,7 +293,7 @@ class CudaMeter:
         host = self._node.host(job.host or "")
         count = max(1, min(256 * MIB, host.memory_bytes // 16 // 4))
         threads = torch.get_num_threads()
-        with _bound(host):
+        with bound(host):
             try:
                 torch.set_num_threads(job.threads)
                 a, b = self._floats(host, count, "a"), self._floats(host, count, "b")
@@ -300,7 +305,7 @@ class CudaMeter:
                     step, nbytes = (lambda: b.copy_(a)), 8 * count
                 if while_busy is None:
                     step()
-                    return nbytes / statistics.median(_timed(step) for _ in range(3)) / 1e9
+                    return nbytes / statistics.median(timed(step) for _ in range(3)) / 1e9
                 start, passes = time.perf_counter(), 0
                 while passes == 0 or while_busy():
                     step()
@@ -314,6 +319,11 @@ class CudaMeter:
     def _ends(self, job: Job) -> tuple[Any, Any]:
         """(destination, source) of a job."""
         host = self._node.host(job.host) if job.host else self._node.home(job.device)
+        if job.kind == "mix":  # one kernel reads host memory and writes host memory
+            return (
+                self._pinned("down", host, job.device, self._bytes),
+                self._pinned("up", host, job.device, self._bytes),
+            )
         if job.kind == "h2d":
             return self._local("up", job.device, self._bytes), self._pinned("up", host, job.device, self._bytes)
         if job.kind == "d2h":
@@ -328,7 +338,7 @@ class CudaMeter:
 
     def _pinned(self, name: str, host: HostMemory, device: int, nbytes: int) -> Any:
         def make(n: int) -> Any:
-            with _bound(host):
+            with bound(host):
                 return self._torch.ones(n, dtype=self._torch.uint8, pin_memory=True)
 
         return self._buffer((name, host.id, device), nbytes, make)
@@ -375,48 +385,3 @@ class CudaMeter:
     def _sync(self) -> None:
         for i in range(len(self._node.devices)):
             self._torch.cuda.synchronize(i)
-
-
-def _timed(step: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    step()
-    return max(time.perf_counter() - start, math.ulp(1.0))
-
-
-def _runtime_memcpy() -> Callable[[int, int, int, int], None] | None:
-    """`cudaMemcpyAsync` (kind by address) of the runtime that torch has loaded, or None if it cannot be found."""
-    try:
-        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-            names = {line.split(maxsplit=5)[-1].strip() for line in maps if "libcudart" in line}
-        runtime = ctypes.CDLL(sorted(names)[0])
-        call = runtime.cudaMemcpyAsync
-    except (OSError, IndexError, AttributeError):
-        return None
-    call.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
-    call.restype = ctypes.c_int
-
-    def memcpy(dst: int, src: int, nbytes: int, stream: int) -> None:
-        status = call(dst, src, nbytes, 4, stream)
-        if status != 0:
-            raise TopologyError(f"cudaMemcpyAsync of {nbytes} bytes failed with CUDA error {status}")
-
-    return memcpy
-
-
-@contextlib.contextmanager
-def _bound(host: HostMemory) -> Iterator[None]:
-    """Every thread of this process on the processors of a host memory, so that first touch and readers are near it."""
-    before: dict[int, set[int]] = {}
-    wanted = set(parse_cpu_list(host.cpus)) if host.cpus else set()
-    try:
-        for name in os.listdir("/proc/self/task") if wanted else ():
-            with contextlib.suppress(OSError):
-                now = os.sched_getaffinity(int(name))
-                if now & wanted and now - wanted:
-                    os.sched_setaffinity(int(name), now & wanted)
-                    before[int(name)] = now
-        yield
-    finally:
-        for task, cpus in before.items():
-            with contextlib.suppress(OSError):
-                os.sched_setaffinity(task, cpus)

@@ -45,8 +45,14 @@ static inline float to_float(F16 x) {
   return float_of(((magnitude << 13) + exponent) | sign);
 }
 
-// fp32 to the type of an activation: nearest, ties to even (what torch does).
-static inline void from_float(float x, float *out) { *out = x; }
+static inline float canonical_nan(float x) {
+  const uint32_t b = bits_of(x);
+  return float_of((b & kMagnitude) > kExponent ? kNan : b);
+}
+
+// fp32 to the type of an activation: nearest, ties to even (what torch does); one form of NaN,
+// since its sign differs between processors.
+static inline void from_float(float x, float *out) { *out = canonical_nan(x); }
 static inline void from_float(float x, Bf16 *out) {
   const uint32_t b = bits_of(x);
   const uint32_t rounded = (b + 0x7FFFu + ((b >> 16) & 1u)) >> 16;
@@ -56,8 +62,10 @@ static inline void from_float(float x, F16 *out) {
   const uint32_t b = bits_of(x), sign = (b >> 16) & 0x8000u, magnitude = b & kMagnitude;
   uint32_t result;
   if (magnitude > kExponent) {
-    result = 0x7E00u;
-  } else if (magnitude >= 0x477FF000u) {  // rounds past the largest half
+    out->bits = 0x7E00u;
+    return;
+  }
+  if (magnitude >= 0x477FF000u) {  // rounds past the largest half
     result = 0x7C00u;
   } else if (magnitude < 0x38800000u) {  // subnormal half: adding 0.5 rounds to units of 2^-24
     result = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
@@ -65,11 +73,6 @@ static inline void from_float(float x, F16 *out) {
     result = (magnitude - 0x38000000u + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
   }
   out->bits = uint16_t(result | sign);
-}
-
-static inline float canonical_nan(float x) {
-  const uint32_t b = bits_of(x);
-  return float_of((b & kMagnitude) > kExponent ? kNan : b);
 }
 
 // Exponent field 0 becomes +0; NaN gets its one form.

@@ -79,7 +79,8 @@ typedef struct {
 /* y[m,n] = x[m,k] w[n,k]^T + bias[n]; row-major, contiguous, one dtype (F32, BF16, F16).
  * fp32 accumulation in a fixed order: 16 lanes, lane j takes k = j, j + 16, ... with one
  * fma each, then lanes are added j += j + h for h = 8, 4, 2, 1; bias is added in fp32; the
- * result is rounded to nearest even. (CUDA and Ascend C: within rounding of this.) */
+ * result is rounded to nearest even; NaN is 0x7FC00000, 0x7FC0 or 0x7E00. (CUDA and
+ * Ascend C: within rounding of this.) */
 typedef struct {
   uint32_t struct_bytes, abi_version;
   mf_dptr x, w, bias /* 0: none */, y;
