@@ -72,8 +72,16 @@ class SerialAdamW:
         return [p for group in self.param_groups for p in group["params"]]
 
     def _before(self, param: nn.Parameter) -> None:
+        if not self._prior:
+            torch.autograd.Variable._execution_engine.queue_callback(self._restore)
         self._prior[param] = param.grad
         param.grad = None
+
+    def _restore(self) -> None:
+        """`autograd.grad` runs the hook before, but delivers nothing: put back what was there."""
+        for param, prior in self._prior.items():
+            param.grad = prior
+        self._prior.clear()
 
     def _after(self, param: nn.Parameter) -> None:
         """A gradient arrived: the first stays as it is, later ones are added in fp32."""

@@ -94,10 +94,7 @@ class Executor:
 
     def _acquire(self, unit: Unit, *, recompute: bool = False) -> None:
         for part in (unit, *unit.borrows):
-            part.updated.wait()
-            if part.ready is not None:
-                part.ready.wait(self.backend.compute)
-                part.ready = None
+            self.wait_updated(part)
             if part.slot is not None:
                 if not part.in_use and part.state is not UnitState.HOST:
                     if part.versions != part.current_versions():
@@ -229,12 +226,17 @@ class Executor:
                 self.backend, [(unit.resident, unit.working)], unit.working.nbytes, self.backend.compute.record()
             )
 
+    def wait_updated(self, unit: Unit) -> None:
+        """The unit's last update (and upload) is done for what is enqueued from now on."""
+        unit.updated.wait()
+        if unit.ready is not None:
+            unit.ready.wait(self.backend.compute)
+            unit.ready = None
+
     def wait_uploads(self) -> None:
-        """Resident weights are current for what is enqueued from now on."""
+        """All units are current. The optimizer has completed the step, so nothing blocks."""
         for unit in self.store.units:
-            if unit.ready is not None:
-                unit.ready.wait(self.backend.compute)
-                unit.ready = None
+            self.wait_updated(unit)
 
     def start(self) -> None:
         """First upload of resident units; they show device memory from now on."""

@@ -109,7 +109,7 @@ class Hooks:
             self.finish_backward()
         for unit in self._store.units:
             if unit.index not in self._entered:
-                unit.updated.wait()  # used from outside its module, if at all: no later chance to wait
+                self._executor.wait_updated(unit)  # used from outside its module, if at all: no later chance to wait
 
     def _forward_begins(self, unit: Unit, inputs: Any) -> None:
         if not self._stack and not self._inside_engine():

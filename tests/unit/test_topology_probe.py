@@ -7,6 +7,7 @@ import ctypes
 import dataclasses
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -99,6 +100,21 @@ class TestMeasuresBack:
             assert (record.test, record.at) == (other.test, other.at)
             if record.value is not None:
                 assert other.value == pytest.approx(record.value, rel=0.02), record
+
+    @pytest.mark.parametrize("seed", range(3))
+    @pytest.mark.parametrize("preset", ["a100-pcie", "atlas-800t-a2", "cloudmatrix384-8npu", "dgx-h200", "h200-x2"])
+    def test_noise_of_one_percent_does_not_mislead(self, preset, seed):
+        draw = random.Random(seed)
+
+        class Noisy(SimMeter):
+            def rates(self, jobs):
+                return [rate * draw.uniform(0.99, 1.01) for rate in super().rates(jobs)]
+
+        node = load_node(preset)
+        want, got = numbers(node), numbers(measure(node, Noisy(node), sizes=(MIB,), quick=True))
+        for place, quantity in got.items():
+            if quantity.source is Source.SIMULATED:
+                assert quantity.value == pytest.approx(want[place].value, rel=0.03), place
 
     def test_cells_are_what_the_figures_say(self, measured):
         cells = {(r.test, r.at): r.value for r in measured["h200-x2"].probe.records}

@@ -45,6 +45,11 @@ def byte_range(t: torch.Tensor) -> tuple[int, int]:
     return lo, lo + (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1) * item
 
 
+def _has_memory(t: torch.Tensor) -> bool:
+    """Meta tensors and sparse ones have no storage of their own to look at."""
+    return t.device.type == "cpu" and t.layout is torch.strided
+
+
 class _OpInfo:
     """What the schema says of one op; looked up once per op."""
 
@@ -134,7 +139,7 @@ class SimMode(TorchDispatchMode):
         return result
 
     def _record(self, t: torch.Tensor) -> Record | None:
-        if t.device.type != "cpu":
+        if not _has_memory(t):
             return None
         return self.records.get(t.untyped_storage().data_ptr())
 
@@ -150,10 +155,10 @@ class SimMode(TorchDispatchMode):
         host = [record for record, _, _ in found if record is not None and record.cpu_side]
         if not host:
             return False
-        device = [record for record, t, _ in found if record is not None and not record.cpu_side and t.dim()]
+        device = [t for record, t, _ in found if record is not None and not record.cpu_side]
         backend = self._backend
         if device:
-            if op not in ("aten.copy_.default", "aten._to_copy.default"):
+            if op not in ("aten.copy_.default", "aten._to_copy.default") and any(t.dim() for t in device):
                 raise BackendError(
                     f"'{op}' mixes the CPU tensor '{host[0].region.label}' with device tensors; move one of them"
                 )
@@ -184,7 +189,7 @@ class SimMode(TorchDispatchMode):
         return host_bytes
 
     def _produced(self, timeline: Any, out: torch.Tensor, op: str) -> None:
-        if out.device.type != "cpu":
+        if not _has_memory(out):
             return
         storage = out.untyped_storage()
         ptr = storage.data_ptr()
