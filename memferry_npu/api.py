@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .backend.base import Backend
+from .backend.base import Backend, OutOfMemoryError
 from .backend.hostops import load_host_ops
 from .memory.shadow import Arrival
 from .memory.store import SUPPORTED, Store
@@ -62,6 +62,7 @@ class _Training:
 
     def wait_uploads(self) -> None:
         self._executor.wait_uploads()
+        self._flow.free_left()
 
     def watch_state_dicts(self, optimizer: OffloadOptimizer) -> None:
         """The model's own state_dict() and load_state_dict() see complete, current weights."""
@@ -129,9 +130,7 @@ def offload(
     if backend is None:
         from .backend.sim import SimBackend
 
-        backend = SimBackend(
-            device_memory_bytes=policy.device_memory_bytes, host_memory_bytes=policy.host_memory_bytes
-        )
+        backend = SimBackend()
     owned = {p for group in optimizer.param_groups for p in group["params"]}
     trainable = {p for p in model.parameters() if p in owned and p.requires_grad}
     units = find_units(model, policy.units)
@@ -139,11 +138,13 @@ def offload(
     _check_budget(plan, policy, backend)
     by_name = {u.name: u for u in units}
     ops = load_host_ops(policy.host_threads)
+    backend.limit_memory(policy.device_memory_bytes, policy.host_memory_bytes)
     store = Store(backend, ops, unit_specs(units, plan), trainable, store_options(policy))
     session = contextlib.ExitStack()
 
     def closed() -> None:
         session.close()
+        backend.limit_memory(None, None)
         delattr(model, _ATTRIBUTE)
 
     wrapped = OffloadOptimizer(
@@ -152,6 +153,7 @@ def offload(
         ops=ops,
         store=store,
         max_grad_norm=policy.max_grad_norm,
+        threads=policy.host_threads,
         complete=policy.step_returns == "complete",
         on_close=closed,
     )
@@ -190,6 +192,7 @@ def place_plain(model: nn.Module, backend: Backend) -> Iterator[None]:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             backend.adopt(tensor.detach(), name)
         stack.enter_context(backend.session())
+        backend.label("plain training")
         yield
 
 
@@ -217,15 +220,12 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for index, group in enumerate(optimizer.param_groups):
         for at, param in enumerate(group["params"]):
             if id(param) not in ids:
-                raise ValueError(
-                    f"param_groups[{index}]['params'][{at}] (shape {tuple(param.shape)}) is not a parameter of the model"
-                )
+                where = f"param_groups[{index}]['params'][{at}] (shape {tuple(param.shape)})"
+                raise ValueError(f"{where} is not a parameter of the model")
 
 
 def _check_budget(plan: Plan, policy: OffloadPolicy, backend: Backend) -> None:
     """The policy's own limits, before anything is reserved."""
-    from .backend.base import OutOfMemoryError
-
     for tier, asked, cap, hint in (
         (
             "the device budget",

@@ -12,10 +12,10 @@ other: code above this line passes `Span`s and tensors, not pointers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -190,11 +190,24 @@ class Backend(Protocol):
     device memory except `device_buffer`.
     """
 
-    name: str
-    device: torch.device
-    compute: Stream
-    h2d: Stream
-    d2h: Stream
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where device tensors live for torch."""
+
+    @property
+    def compute(self) -> Stream:
+        """The user's kernels and ours."""
+
+    @property
+    def h2d(self) -> Stream:
+        """Loads, by copy engine."""
+
+    @property
+    def d2h(self) -> Stream:
+        """Stores, by copy engine."""
 
     def host_buffer(self, nbytes: int, label: str) -> HostBuffer:
         """Exactly `nbytes` (page-rounded) of pinned, mapped host memory. Raises OutOfMemoryError."""
@@ -205,26 +218,44 @@ class Backend(Protocol):
     def copy(self, stream: Stream, pairs: Sequence[tuple[Place, Place]]) -> None:
         """Copy (destination, source) pairs of equal size, in order, on a copy stream."""
 
-    def kernel(
+    def grad_stats(self, src: torch.Tensor, chunk_sums: torch.Tensor, nonfinite: torch.Tensor) -> None:
+        """Kernel on the compute stream: statistics of a gradient (docs/arithmetic.md).
+
+        Args:
+            src: bf16 or fp32 [n], device memory or a mapped view, contiguous.
+            chunk_sums: fp32 [ceil(n / 65536)], likewise; squared sums per chunk.
+            nonfinite: int32 [1], likewise; set to 1 where `src` has a NaN or an infinity, else to 0.
+        """
+
+    def grad_write(
         self,
-        name: str,
-        fn: Callable[[], Any],
-        *,
-        reads: Iterable[torch.Tensor] = (),
-        writes: Iterable[torch.Tensor] = (),
-    ) -> Any:
-        """Launch one of our own kernels on the compute stream; `fn` does the launch."""
+        src: torch.Tensor,
+        dst: torch.Tensor,
+        accumulate: bool,
+        chunk_sums: torch.Tensor,
+        nonfinite: torch.Tensor,
+    ) -> None:
+        """Kernel on the compute stream: `dst = src`, or `dst += src` in fp32, with the statistics of `dst`.
+
+        Args:
+            dst: [n] of the dtype of `src`, or fp32; device memory or a mapped view, contiguous.
+            src, chunk_sums, nonfinite: as in `grad_stats`.
+        """
 
     def host_access(
-        self, name: str, *, reads: Iterable[Span] = (), writes: Iterable[Span] = (), threads: int = 1
+        self, name: str, *, reads: Iterable[Span] = (), writes: Iterable[Span] = (), threads: int | None = 1
     ) -> None:
-        """Report what the calling thread is about to read and write in host buffers."""
+        """Report what the calling thread is about to read and write in host buffers, with how many
+        threads (None: as many as the host has cores)."""
 
     def host_flag(self) -> HostFlag:
         """A new flag, not set."""
 
     def adopt(self, tensor: torch.Tensor, label: str) -> None:
         """Count an existing tensor (a module buffer) as device memory until it is freed."""
+
+    def limit_memory(self, device_bytes: int | None, host_bytes: int | None) -> None:
+        """Lower what the run may use of each tier; None leaves it at what there is."""
 
     def session(self) -> AbstractContextManager[None]:
         """Active while models run on this backend; leaving it detaches every interception."""

@@ -117,6 +117,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         ops: HostOps,
         store: Store,
         max_grad_norm: float | None,
+        threads: int | None,
         complete: bool,
         on_close: Callable[[], None],
     ) -> None:
@@ -127,7 +128,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.param_groups = inner.param_groups
         self.max_grad_norm = max_grad_norm
         self._decoupled = type(inner) is torch.optim.AdamW
-        self._backend, self._ops, self._store, self._complete = backend, ops, store, complete
+        self._backend, self._ops, self._store = backend, ops, store
+        self._threads, self._complete = threads, complete
         self._training: Training | None = None
         self._worker = HostWorker()
         self._on_close = on_close
@@ -165,7 +167,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     # The step -------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Enqueue the update with the gradients in `p.grad`; returns the closure's loss.
 
         Parameters without a gradient do not move. A step with a non-finite gradient (or
@@ -193,6 +195,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             units=self._store.units,
             updates=self._updates(collected),
             max_grad_norm=self.max_grad_norm,
+            threads=self._threads,
             ready=self._backend.compute.record(),
             tickets=tickets,
             result=StepResult(self._backend.host_flag()),

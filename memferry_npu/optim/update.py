@@ -71,6 +71,8 @@ class UpdateJob:
     updates: list[ParamUpdate]
     """In parameter order (the order of the norm)."""
     max_grad_norm: float | None
+    threads: int | None
+    """Threads of the host optimizer; None: all cores."""
     ready: Event
     """After all gradients and statistics are in host memory and all kernels of the step are done."""
     tickets: list[Arrival]
@@ -134,7 +136,7 @@ class UpdateJob:
             f"adamw {unit.name}",
             reads=[u.grad_span for u in updates] + spans,
             writes=spans,
-            threads=self.ops.threads,
+            threads=self.threads,
         )
         for update in updates:
             shadow = update.shadow

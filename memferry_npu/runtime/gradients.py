@@ -151,24 +151,10 @@ class GradientFlow:
 
     def _write(self, slot: GradSlot, values: torch.Tensor, target: torch.Tensor, *, accumulate: bool) -> None:
         """Kernel: write (or add) to `target`, with the statistics of what it then holds."""
-
-        def launch() -> None:
-            slot.nonfinite_mapped.fill_(int(self.ops.grad_write(values, target, accumulate, slot.chunk_sums_mapped)))
-
-        self.backend.kernel(
-            "mf_grad_write",
-            launch,
-            reads=(values, target) if accumulate else (values,),
-            writes=(target, slot.chunk_sums_mapped, slot.nonfinite_mapped),
-        )
+        self.backend.grad_write(values, target, accumulate, slot.chunk_sums_mapped, slot.nonfinite_mapped)
 
     def _stats(self, slot: GradSlot, values: torch.Tensor) -> None:
-        def launch() -> None:
-            slot.nonfinite_mapped.fill_(int(self.ops.grad_stats(values, slot.chunk_sums_mapped)))
-
-        self.backend.kernel(
-            "mf_grad_stats", launch, reads=(values,), writes=(slot.chunk_sums_mapped, slot.nonfinite_mapped)
-        )
+        self.backend.grad_stats(values, slot.chunk_sums_mapped, slot.nonfinite_mapped)
 
     def _send(self, slot: GradSlot, values: torch.Tensor) -> Ticket:
         """Copy engine to the landing place; the source is held until the copy is done."""

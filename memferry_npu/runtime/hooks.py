@@ -118,7 +118,7 @@ class Hooks:
         self._entered.add(unit.index)
         call = _Call(unit)
         self._executor.enter_forward(unit)
-        self._flow.free_left()
+        self._flow.free_left(block=True)
         self._stack.append(call)
         if torch.is_grad_enabled():
             for tensor in _tensors(inputs, unit, strict=False):

@@ -18,7 +18,8 @@ from ..backend.base import Backend, Event, Place, Stream
 class Ticket(Protocol):
     """A transfer that was put on its way."""
 
-    nbytes: int
+    @property
+    def nbytes(self) -> int: ...
 
     def wait(self, stream: Stream) -> None:
         """Order `stream` after the transfer. Does not block the host. Raises what the engine died of."""

@@ -7,21 +7,22 @@ clock together. Must not import torch.cuda, nor anything of memferry_npu above `
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 import topology
 
-from ..base import BackendError, Buffer, Counters, OutOfMemoryError, Place, RaceError, Span, Window
+from ..base import BackendError, Buffer, Counters, Place, RaceError, Span, Stream, Window
+from ..hostops import load_host_ops
 from .checker import Checker, Region, Stamp, Timeline
 from .clock import KernelModel, VirtualClock
 from .lanes import node_lanes
 from .memory import POISON, Account, SimDeviceBuffer, SimHostBuffer
 from .mode import Record, SimMode, byte_range
-from .streams import Copy, SimEvent, SimHostFlag, SimStream
+from .streams import Copy, SimHostFlag, SimStream
 
 DEFAULT_NODE = "sim-2"
 
@@ -40,7 +41,7 @@ class SimBackend:
         ValueError: the node has no such device.
     """
 
-    name = "sim"
+    name: str = "sim"
     device = torch.device("cpu")
 
     def __init__(
@@ -61,7 +62,8 @@ class SimBackend:
         self.device_account = Account(
             f"device {device}",
             device_memory_bytes if device_memory_bytes is not None else lanes.device_memory_bytes,
-            "stream or DHA more units, keep fewer gradients, use fewer slots, a smaller batch, or raise device_memory",
+            "offload more of the model (stream or dha), keep fewer gradients, use fewer slots or a smaller batch, or "
+            "raise device_memory",
         )
         self.host_account = Account(
             "pinned host",
@@ -77,6 +79,7 @@ class SimBackend:
         self.closed = False
         self._buffers: list[SimHostBuffer | SimDeviceBuffer] = []
         self._label = "user code"
+        self._ops = load_host_ops()
         self._counts = {"h2d": 0, "d2h": 0, "dha_read": 0, "dha_write": 0, "buffers": 0}
 
     # Memory -------------------------------------------------------------------------
@@ -105,12 +108,17 @@ class SimBackend:
             if tensor.untyped_storage().data_ptr() not in self.mode.records:
                 self.mode.charge(tensor.untyped_storage(), label)
 
+    def limit_memory(self, device_bytes: int | None, host_bytes: int | None) -> None:
+        for account, limit in ((self.device_account, device_bytes), (self.host_account, host_bytes)):
+            account.cap_bytes = account.size_bytes if limit is None else min(account.size_bytes, limit)
+
     def is_host(self, buffer: object) -> bool:
         return isinstance(buffer, SimHostBuffer)
 
     # Work ---------------------------------------------------------------------------
 
-    def copy(self, stream: SimStream, pairs: Sequence[tuple[Place, Place]]) -> None:
+    def copy(self, stream: Stream, pairs: Sequence[tuple[Place, Place]]) -> None:
+        assert isinstance(stream, SimStream)
         with self.lock:
             for dst, src in pairs:
                 dst_ptr, dst_region, dst_lo, nbytes, dst_host = self._resolve(dst)
@@ -149,27 +157,35 @@ class SimBackend:
             raise BackendError("a copy's tensor end must be dense")
         return place.data_ptr(), record.region, 0, hi - lo, False
 
-    def kernel(
+    def grad_stats(self, src: torch.Tensor, chunk_sums: torch.Tensor, nonfinite: torch.Tensor) -> None:
+        self._kernel("mf_grad_stats", (src,), (chunk_sums, nonfinite))
+        with self.internal():
+            nonfinite.fill_(int(self._ops.grad_stats(src, chunk_sums)))
+
+    def grad_write(
         self,
-        name: str,
-        fn: Callable[[], Any],
-        *,
-        reads: Iterable[torch.Tensor] = (),
-        writes: Iterable[torch.Tensor] = (),
-    ) -> Any:
-        reads, writes = list(reads), list(writes)
+        src: torch.Tensor,
+        dst: torch.Tensor,
+        accumulate: bool,
+        chunk_sums: torch.Tensor,
+        nonfinite: torch.Tensor,
+    ) -> None:
+        self._kernel("mf_grad_write", (src, dst) if accumulate else (src,), (dst, chunk_sums, nonfinite))
+        with self.internal():
+            nonfinite.fill_(int(self._ops.grad_write(src, dst, accumulate, chunk_sums)))
+
+    def _kernel(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
+        """Check and time one of our own kernels."""
         with self.lock:
             timeline = self.compute.begin()
-            dha_read = self.mode._report(timeline, reads, name, write=False)
-            dha_write = self.mode._report(timeline, writes, name, write=True)
+            dha_read = self.mode.report(timeline, reads, name, write=False)
+            dha_write = self.mode.report(timeline, writes, name, write=True)
             nbytes = sum(t.numel() * t.element_size() for t in (*reads, *writes)) - dha_read - dha_write
             self.clock.kernel(self.kernel_model.seconds(nbytes, 0.0), dha_read, dha_write)
             self.count_dha(dha_read, dha_write)
-        with self.internal():
-            return fn()
 
     def host_access(
-        self, name: str, *, reads: Iterable[Span] = (), writes: Iterable[Span] = (), threads: int = 1
+        self, name: str, *, reads: Iterable[Span] = (), writes: Iterable[Span] = (), threads: int | None = 1
     ) -> None:
         with self.lock:
             timeline = self.host_timeline()
@@ -298,9 +314,4 @@ def _region(span: Span) -> Region:
 
 
 def _fill(ptr: int, nbytes: int) -> None:
-    import ctypes
-
     ctypes.memset(ptr, POISON, nbytes)
-
-
-__all__ = ["SimBackend", "SimEvent", "OutOfMemoryError"]

@@ -20,8 +20,8 @@ class NodeLanes:
 
     by_name: dict[str, Lane]
     """"h2d", "d2h": copy engines; "dha_read", "dha_write": kernels on mapped memory."""
-    host: Callable[[int, int, int], Lane]
-    """(bytes read, bytes written, threads) -> lane of work on host memory."""
+    host: Callable[[int, int, int | None], Lane]
+    """(bytes read, bytes written, threads; None: all cores) -> lane of work on host memory."""
     device_memory_bytes: int
     host_memory_bytes: int
 
@@ -39,8 +39,8 @@ def node_lanes(node: topology.Node, device: int) -> NodeLanes:
         "dha_write": node.transfer("d2h", device, method=Method.KERNEL),
     }
 
-    def host(read_bytes: int, written_bytes: int, threads: int) -> Lane:
-        return _lane(node.host_work(home.id, read_bytes, written_bytes, min(threads, home.cores)))
+    def host(read_bytes: int, written_bytes: int, threads: int | None) -> Lane:
+        return _lane(node.host_work(home.id, read_bytes, written_bytes, min(threads or home.cores, home.cores)))
 
     return NodeLanes(
         by_name={name: _lane(route) for name, route in routes.items()},

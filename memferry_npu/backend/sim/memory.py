@@ -28,7 +28,8 @@ class Account:
     """Bytes in use on one tier against its cap. Thread-safe."""
 
     def __init__(self, tier: str, cap_bytes: int, hint: str) -> None:
-        self.tier, self.cap_bytes, self.hint = tier, cap_bytes, hint
+        self.tier, self.hint = tier, hint
+        self.size_bytes = self.cap_bytes = cap_bytes
         self.used_bytes = 0
         self.static_bytes = 0
         self.peak_bytes = 0

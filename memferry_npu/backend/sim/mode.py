@@ -8,13 +8,14 @@ and only in the thread that entered it. Must not know about units, plans or opti
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..base import BackendError
-from .checker import Region
+from .checker import Region, Timeline
 
 if TYPE_CHECKING:
     from .backend import SimBackend
@@ -39,10 +40,10 @@ def byte_range(t: torch.Tensor) -> tuple[int, int]:
     if t.numel() == 0:
         return 0, 0
     item = t.element_size()
-    lo = t.storage_offset() * item
+    lo = int(t.storage_offset()) * item
     if t.is_contiguous():
-        return lo, lo + t.numel() * item
-    return lo, lo + (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1) * item
+        return lo, lo + int(t.numel()) * item
+    return lo, lo + (sum((int(n) - 1) * int(s) for n, s in zip(t.shape, t.stride(), strict=True)) + 1) * item
 
 
 def _has_memory(t: torch.Tensor) -> bool:
@@ -58,10 +59,10 @@ class _OpInfo:
     def __init__(self, func: Any) -> None:
         schema = func._schema
         self.name = str(func)
-        self.writes_args = frozenset(
+        self.writes_args: frozenset[int] = frozenset(
             i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
         )
-        self.writes_kwargs = frozenset(
+        self.writes_kwargs: frozenset[str] = frozenset(
             a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write
         )
         self.view = not self.writes_args and any(r.alias_info is not None for r in schema.returns)
@@ -124,8 +125,8 @@ class SimMode(TorchDispatchMode):
             return func(*args, **kwargs)
         with backend.lock:
             timeline = backend.compute.begin()
-            dha_read = self._report(timeline, reads, info.name, write=False)
-            dha_write = self._report(timeline, writes, info.name, write=True)
+            dha_read = self.report(timeline, reads, info.name, write=False)
+            dha_write = self.report(timeline, writes, info.name, write=True)
         result = func(*args, **kwargs)
         outs: list[torch.Tensor] = []
         _tensors(result, outs)
@@ -172,7 +173,7 @@ class SimMode(TorchDispatchMode):
                     backend.checker.access(timeline, record.region, lo, hi, write=write, op=op)
         return True
 
-    def _report(self, timeline: Any, tensors: list[torch.Tensor], op: str, *, write: bool) -> int:
+    def report(self, timeline: Timeline, tensors: Sequence[torch.Tensor], op: str, *, write: bool) -> int:
         """Check the accesses of one op; returns the bytes that lie in host memory."""
         host_bytes = 0
         for t in tensors:

@@ -14,6 +14,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ..base import Event
 from .checker import Timeline
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ class SimStream:
             self.begin()
             return SimEvent(self, self._issued, list(self.timeline.clock), self.backend.clock.last(self.name))
 
-    def wait(self, event: SimEvent) -> None:
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, SimEvent)
         with self.backend.lock:
             self.timeline.join(event.clock)
             self.backend.clock.stream_wait(self.name, event.task)
